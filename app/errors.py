@@ -3,6 +3,7 @@
     PDError
     +-- ConfigError            the operator's: refused before anything starts
     +-- EngineStartError       the deployment's: an engine did not come up; carries the cause
+    +-- RequestRefused         a handle call whose request cannot be served
     +-- LegError               one leg of a request failed on its replica
         +-- PrefillError       nothing was sent to the client: the request may run elsewhere
         +-- DecodeError        raised before the first token only
@@ -12,6 +13,7 @@ vLLM's `GracefulHTTPError` with status 503, so that vLLM's handlers write the bo
 """
 
 from http import HTTPStatus
+from typing import Any
 
 from vllm.exceptions import GracefulHTTPError
 
@@ -45,3 +47,15 @@ class Unavailable(GracefulHTTPError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+class RequestRefused(PDError):
+    """A handle call whose request cannot be served; `status` and `body` are what HTTP would have answered."""
+
+    def __init__(self, status: int, body: dict[str, Any]) -> None:
+        super().__init__(status, body)
+        self.status = status
+        self.body = body
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.body}"
