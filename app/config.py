@@ -148,7 +148,10 @@ class AppConfig(_Strict):
     """Everything `app.main:build` needs."""
 
     mode: Literal["disaggregated", "colocated"] = Field(
-        "disaggregated", description="colocated: prefill.replicas + decode.replicas full engines and no KV transfer."
+        "disaggregated", description="colocated: full engines with the decode role's settings and no KV transfer."
+    )
+    colocated_replicas: int | None = Field(
+        None, ge=1, description="Engines in colocated mode; default: prefill.replicas + decode.replicas."
     )
     engine: Literal["vllm", "simulated"] = Field("vllm", description="simulated: no model is run; tests only.")
     simulated: Simulated = Simulated()

@@ -38,12 +38,13 @@ def main(
     import ray
     from ray import serve
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
     try:
         console.print("[bold]==>[/] starting Ray")
         # A small machine has fewer cores than this application has processes; they are light but for the engines.
         ray.init(address="local", num_cpus=max(8, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False)
+        # After ray.init, which installs a handler of its own for SIGTERM.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, interrupt)
         serve.start(proxy_location=file.get("proxy_location", "HeadOnly"), http_options=http)
         deploy(serve, application, built)
         console.print(f"[bold green]==>[/] serving after {time.monotonic() - started:.0f} s; Ctrl-C stops\n")

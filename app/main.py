@@ -43,7 +43,7 @@ def build(args: BuildArgs) -> Application:
     vllm_args.check(config)
 
     if config.mode == "colocated":
-        engines = config.prefill.replicas + config.decode.replicas
+        engines = config.colocated_replicas or config.prefill.replicas + config.decode.replicas
         decode = deployment(DecodeServer, config.decode, engines).bind(config)
         prefill = None
     else:

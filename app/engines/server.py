@@ -17,6 +17,7 @@ from ray import serve
 
 from app.config import AppConfig, Role
 from app.engines.engine import Engine, EngineReport, Stream
+from app.engines.cpu_threads import settle
 from app.engines.wire import ADMITTED, EngineCall, PrefillAnswer, encode_chunk
 from app.kv.connector import RoleName, connector_of
 
@@ -32,8 +33,8 @@ class EngineServer:
         self.engine: Engine = await start_engine(config, self.role)
         logger.info("engine_ready role=%s engine_id=%s", self.role, self.engine.engine_id)
 
-    def report(self) -> EngineReport:
-        """The engine's counters at its last step."""
+    def report(self, take_orphans: bool = False) -> EngineReport:
+        """The engine's counters at its last step; with `take_orphans` the caller promises to release what it reads."""
         return self.engine.report()
 
     def check_health(self) -> None:
@@ -79,9 +80,11 @@ class PrefillServer(EngineServer):
             return None
         return PrefillAnswer(output.kv_transfer_params, output.num_cached_tokens or 0)
 
-    def report(self) -> EngineReport:
-        orphans, self._orphans = tuple(self._orphans), []
-        return replace(super().report(), orphans=orphans)
+    def report(self, take_orphans: bool = False) -> EngineReport:
+        report = replace(super().report(), orphans=tuple(self._orphans))
+        if take_orphans:
+            self._orphans.clear()
+        return report
 
 
 class DecodeServer(EngineServer):
@@ -147,9 +150,13 @@ async def start_engine(config: AppConfig, role_name: RoleName) -> Engine:
         ranks = int(config.args_of(role).get("data_parallel_size", 1))
         host = ray.util.get_node_ip_address()
         os.environ |= connector.environment(host, role.side_channel_ports, rank, ranks)
-    if binding := cpu_bindings(config, role):
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = binding[rank % len(binding)]
-    return await VllmEngine.start(args, engine_id, role.start_timeout_s)
+    bindings = cpu_bindings(config, role)
+    if not bindings:
+        return await VllmEngine.start(args, engine_id, role.start_timeout_s)
+    cores = os.environ["VLLM_CPU_OMP_THREADS_BIND"] = bindings[rank % len(bindings)]
+    engine = await VllmEngine.start(args, engine_id, role.start_timeout_s)
+    await asyncio.to_thread(settle, cores)
+    return engine
 
 
 def cpu_bindings(config: AppConfig, role: Role) -> list[str]:

@@ -83,7 +83,7 @@ class ServeGroup:
         await self._handle.release.remote(request_id, kv_transfer_params)
 
     async def reports(self, timeout_s: float) -> list[EngineReport | BaseException]:
-        answers: list[EngineReport | BaseException] = await self._handle.broadcast("report").results_async(
+        answers: list[EngineReport | BaseException] = await self._handle.broadcast("report", take_orphans=True).results_async(
             timeout_s=timeout_s, return_exceptions=True
         )
         return answers
