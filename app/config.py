@@ -236,7 +236,9 @@ def load(source: str | Path | dict[str, Any]) -> AppConfig:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ConfigError(f"config={str(path)!r}: no such file; give the path of a YAML file, e.g. configs/embedded.yaml")
+        raise ConfigError(
+            f"config={str(path)!r}: no such file; give the path of a YAML file, e.g. configs/embedded.yaml"
+        )
     try:
         data = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:

@@ -133,7 +133,8 @@ def invitation(http: dict[str, Any], application: dict[str, Any]) -> str:
     model = configuration.load(application.get("args", {}).get("config", "configs/embedded.yaml")).model.name
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
     url = f"http://{http['host']}:{http['port']}"
-    return f"{url}  (API description: {url}/docs)\n\n  curl -i {url}/v1/chat/completions \\\n    -H 'Content-Type: application/json' \\\n    -d '{body}'\n"
+    request = f"curl -i {url}/v1/chat/completions \\\n    -H 'Content-Type: application/json' \\\n    -d '{body}'"
+    return f"{url}  (API description: {url}/docs)\n\n  {request}\n"
 
 
 if __name__ == "__main__":

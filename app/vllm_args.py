@@ -27,7 +27,9 @@ OURS = {
 }
 """Engine arguments that this application sets itself, and where the operator sets them instead."""
 
-ENGINE_ARG_NAMES = frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_"))
+ENGINE_ARG_NAMES = frozenset(
+    field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_")
+)
 
 
 def check(config: AppConfig) -> None:
@@ -55,9 +57,7 @@ def check(config: AppConfig) -> None:
 
 def engine_args(config: AppConfig, role: Role) -> AsyncEngineArgs:
     """The role's arguments as vLLM's own object, without the KV transfer, which the connector adds."""
-    return AsyncEngineArgs(
-        model=config.model.folder, served_model_name=[config.model.name], **config.args_of(role)
-    )
+    return AsyncEngineArgs(model=config.model.folder, served_model_name=[config.model.name], **config.args_of(role))
 
 
 def server_namespace(config: AppConfig | None = None) -> Namespace:

@@ -1,8 +1,9 @@
 """Keeps an engine's threads on its own cores on a machine without GPUs.
 
-Two facts of NIXL 1.5.1 and vLLM 0.32.0 matter there. NIXL's UCX backend has a progress thread that polls without pause once memory
-is registered: it takes a whole core from whoever computes. And `NixlConnector` pins the thread that computes to the last core of
-the NUMA node (`nixl/base_worker.py`), whatever `VLLM_CPU_OMP_THREADS_BIND` said: two engines would share that core.
+Two facts of NIXL 1.5.1 and vLLM 0.32.0 matter there. NIXL's UCX backend has a progress thread that polls without pause
+once memory is registered: it takes a whole core from whoever computes. And `NixlConnector` pins the thread that
+computes to the last core of the NUMA node (`nixl/base_worker.py`), whatever `VLLM_CPU_OMP_THREADS_BIND` said: two
+engines would share that core.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """The engine replicas: `PrefillServer` and `DecodeServer`, one engine each. They know nothing of HTTP or of routing.
 
-Invariant: when a call ends, for whatever reason, the engine holds nothing of it any more, or somebody else has been told
-where it is (a prefill answer to the caller, an orphan in the report).
+Invariant: when a call ends, for whatever reason, the engine holds nothing of it any more, or somebody else has been
+told where it is (a prefill answer to the caller, an orphan in the report).
 """
 
 import asyncio
@@ -16,8 +16,8 @@ import ray
 from ray import serve
 
 from app.config import AppConfig, Role
-from app.engines.engine import Engine, EngineReport, Stream
 from app.engines.cpu_threads import settle
+from app.engines.engine import Engine, EngineReport, Stream
 from app.engines.wire import ADMITTED, EngineCall, PrefillAnswer, encode_chunk
 from app.kv.connector import RoleName, connector_of
 
@@ -29,7 +29,7 @@ class EngineServer:
 
     role: RoleName
 
-    async def __init__(self, config: AppConfig) -> None:
+    async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]
         self.engine: Engine = await start_engine(config, self.role)
         logger.info("engine_ready role=%s engine_id=%s", self.role, self.engine.engine_id)
 
@@ -55,7 +55,7 @@ class PrefillServer(EngineServer):
 
     role: RoleName = "prefill"
 
-    async def __init__(self, config: AppConfig) -> None:
+    async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]
         await super().__init__(config)
         self._orphans: list[dict[str, Any]] = []
 

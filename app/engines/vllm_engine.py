@@ -1,7 +1,7 @@
 """vLLM's `AsyncLLM` behind the `Engine` protocol; the one module that reaches inside it.
 
-Read from vLLM 0.32.0, `vllm/v1/engine/async_llm.py`: `add_request` returns once the engine core has the request, and its
-collector merges outputs that nobody has taken yet. `generate` hides both, so this module does its loop itself:
+Read from vLLM 0.32.0, `vllm/v1/engine/async_llm.py`: `add_request` returns once the engine core has the request, and
+its collector merges outputs that nobody has taken yet. `generate` hides both, so this module does its loop itself:
 admission must be known (from then on the engine frees the KV of a hand-off), and merging is what coalesces tokens.
 """
 
@@ -102,7 +102,8 @@ class VllmStream:
         if not self._finished:
             await self._llm.abort(self._collector.request_id, internal=True)
 
-    def _taken(self, output: RequestOutput) -> RequestOutput:  # type: ignore[override]
+    def _taken(self, output: Any) -> RequestOutput:
+        assert isinstance(output, RequestOutput)
         self._finished = output.finished
         if self._finished:
             self._collector.close()
@@ -151,7 +152,7 @@ async def explained_failure(timeout_s: float) -> AsyncIterator[None]:
     """Turn a failed start into one `EngineStartError` that holds the cause.
 
     vLLM starts its engine core and workers as processes and says only "see root cause above" when one of them fails.
-    Ray gives this process's stdout and stderr files of their own, and the children write there too: read what was added.
+    Ray gives this process's stdout and stderr files of their own; the children write there too: read what was added.
     """
     logs = {path: path.stat().st_size for path in _output_files()}
     try:
@@ -191,4 +192,3 @@ def _cause(logs: dict[Path, int]) -> str | None:
         if match := pattern.match(line.strip()):
             return match.group(1)
     return None
-

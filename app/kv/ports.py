@@ -21,7 +21,8 @@ def allot(ports: PortRange, rank: int, count: int) -> int:
         if all(_free(port) for port in range(first, first + count)):
             return first
     raise EngineStartError(
-        f"side_channel_ports {ports.first}-{ports.last}: no {count} consecutive free ports on this node; widen the range"
+        f"side_channel_ports {ports.first}-{ports.last}: no {count} consecutive free ports on this node; "
+        "widen the range"
     )
 
 

@@ -59,8 +59,8 @@ def decide(shape: Shape, policy: Policy, prefill_alive: bool) -> Decision:
     """Choose the route of one request.
 
     Shapes that a hand-off cannot carry are served locally whatever their length: sequences of one prompt would share
-    one hand-off whose KV is freed when the first of them has read it; prompt logprobs make the decode engine compute the
-    whole prompt anyway; each step of a beam search is a request with a new prompt.
+    one hand-off whose KV is freed when the first of them has read it; prompt logprobs make the decode engine compute
+    the whole prompt anyway; each step of a beam search is a request with a new prompt.
     """
     if not policy.disaggregated:
         return Decision(Route.LOCAL, Reason.COLOCATED)

@@ -94,7 +94,7 @@ class DisaggregatedEngine(EngineClient):
         record = Record(request_id, len(request.prompt_token_ids or ()), decision)
         if (gathered := records.get()) is not None:
             gathered.append(record)
-        return self.flow.run(call, record)  # type: ignore[return-value]
+        return self.flow.run(call, record)
 
     def process(
         self,

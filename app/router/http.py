@@ -47,7 +47,9 @@ async def build_http(engine: DisaggregatedEngine, args: Namespace) -> FastAPI:
 
     async def not_offered() -> JSONResponse:
         error = create_error_response(
-            "This endpoint generates text: see /docs for what it offers.", "NotImplementedError", HTTPStatus.NOT_IMPLEMENTED
+            "This endpoint generates text: see /docs for what it offers.",
+            "NotImplementedError",
+            HTTPStatus.NOT_IMPLEMENTED,
         )
         return JSONResponse(error.model_dump(), status_code=501)
 
@@ -101,7 +103,8 @@ class HeldStart:
             if error := failed_stream(start, message):
                 self._closed = True
                 message = {"type": "http.response.body", "body": json.dumps(error).encode()}
-                start |= {"status": error["error"]["code"], "headers": [(b"content-type", b"application/json")]}
+                start["status"] = error["error"]["code"]
+                start["headers"] = [(b"content-type", b"application/json")]
             self._explain(start)
             await self._send(start)
         await self._send(message)

@@ -69,7 +69,7 @@ class ServeDecodeLeg:
 class ServeGroup:
     """One deployment of engine replicas."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
         self._streaming = handle.options(stream=True)
 
@@ -83,7 +83,7 @@ class ServeGroup:
         await self._handle.release.remote(request_id, kv_transfer_params)
 
     async def reports(self, timeout_s: float) -> list[EngineReport | BaseException]:
-        answers: list[EngineReport | BaseException] = await self._handle.broadcast("report", take_orphans=True).results_async(
-            timeout_s=timeout_s, return_exceptions=True
-        )
+        answers: list[EngineReport | BaseException] = await self._handle.broadcast(
+            "report", take_orphans=True
+        ).results_async(timeout_s=timeout_s, return_exceptions=True)
         return answers

@@ -14,9 +14,7 @@ logger = logging.getLogger("ray.serve")
 class Pool:
     """Looks at every replica of a group each `interval_s`; a replica that does not answer is not alive."""
 
-    def __init__(
-        self, name: str, group: Group, interval_s: float, on_orphan: Callable[[dict[str, Any]], None]
-    ) -> None:
+    def __init__(self, name: str, group: Group, interval_s: float, on_orphan: Callable[[dict[str, Any]], None]) -> None:
         self.name = name
         self.group = group
         self.reports: list[EngineReport] = []

@@ -7,8 +7,8 @@ ids go to both legs; whatever was taken is given back on every path; nothing is 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -57,20 +57,19 @@ class RequestFlow:
         self._budget = budget
         self._background: set[asyncio.Task[None]] = set()
 
-    async def run(self, call: EngineCall, record: Record) -> AsyncIterator[RequestOutput]:
+    async def run(self, call: EngineCall, record: Record) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request, as `AsyncLLM.generate` would give them."""
         outcome = "cancelled"
-        outputs = self._outputs(call, record)
         try:
-            async for output in outputs:
-                count(output, call.params.output_kind, record)
-                yield output
+            async with aclosing(self._outputs(call, record)) as outputs:
+                async for output in outputs:
+                    count(output, call.params.output_kind, record)
+                    yield output
             outcome = "finished"
         except Exception:
             outcome = "error"
             raise
         finally:
-            await outputs.aclose()
             record.finish(outcome)
 
     def give_back(self, params: dict[str, Any]) -> None:
@@ -78,7 +77,7 @@ class RequestFlow:
         handoff = Handoff(params["remote_request_id"], params, self._decode_group.release)
         self._in_background(handoff.give_back("orphan"))
 
-    async def _outputs(self, call: EngineCall, record: Record) -> AsyncIterator[RequestOutput]:  # type: ignore[override]
+    async def _outputs(self, call: EngineCall, record: Record) -> AsyncGenerator[RequestOutput, None]:
         if record.decision.route is Route.REMOTE:
             try:
                 handoff = await self._prefill(call, record)
@@ -86,18 +85,20 @@ class RequestFlow:
                 self._fall_back(record, Reason.PREFILL_FAILED, error)
             else:
                 try:
-                    async for output in self._decode(call, handoff):
-                        yield output
+                    async with aclosing(self._decode(call, handoff)) as outputs:
+                        async for output in outputs:
+                            yield output
                     return
                 except DecodeError as error:
                     self._fall_back(record, Reason.KV_TRANSFER_FAILED, error)
         with ExitStack() as fallback:
             if is_fallback(record.decision.reason):
                 fallback.enter_context(self._budget.take(record.decision.reason))
-            async for output in self._decode(call, None):
-                # From the first token on the prompt costs the decode group nothing more.
-                fallback.close()
-                yield output
+            async with aclosing(self._decode(call, None)) as outputs:
+                async for output in outputs:
+                    # From the first token on the prompt costs the decode group nothing more.
+                    fallback.close()
+                    yield output
 
     def _fall_back(self, record: Record, reason: Reason, error: Exception) -> None:
         logger.warning("fallback request_id=%s reason=%s error=%s", record.request_id, reason, error)
@@ -149,7 +150,7 @@ class RequestFlow:
             # The usual case: the replica stopped, and what it had finished by then comes back as an orphan.
             logger.debug("prefill_stopped request_id=%s how=%r", call.request_id, gone)
 
-    async def _decode(self, call: EngineCall, handoff: Handoff | None) -> AsyncIterator[RequestOutput]:
+    async def _decode(self, call: EngineCall, handoff: Handoff | None) -> AsyncGenerator[RequestOutput, None]:
         """The decode leg.
 
         Raises:

@@ -54,7 +54,9 @@ class Generated(TypedDict):
 class RouterServer:
     """One endpoint before the two groups. Stateless: any number of replicas may run side by side."""
 
-    async def __init__(self, config: AppConfig, decode: DeploymentHandle, prefill: DeploymentHandle | None) -> None:
+    async def __init__(
+        self, config: AppConfig, decode: DeploymentHandle[Any], prefill: DeploymentHandle[Any] | None
+    ) -> None:  # type: ignore[misc]
         disaggregated = config.mode == "disaggregated"
         budget = FallbackBudget(config.routing.fallback.max_concurrent)
         decode_group = ServeGroup(decode)
@@ -114,9 +116,10 @@ class RouterServer:
             RequestRefused: the prompt or the parameters cannot be served.
         """
         kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        gathered: list[Record] = []
         with refusals():
             sampling = SamplingParams(**{**(params or {}), "output_kind": kind})
-            token = records.set(gathered := [])
+            token = records.set(gathered)
             outputs = self.engine.generate(self._rendered(prompt), sampling, f"generate-{uuid.uuid4().hex}")
             records.reset(token)
         pieces = generated(outputs, gathered)
@@ -167,8 +170,8 @@ class RouterServer:
         return rendered
 
 
-# Applied here and not as decorators: the plain class keeps its name, so replicas import it and do not unpickle its body.
-Router = serve.deployment(name="Router")(serve.ingress()(RouterServer))
+# Applied here and not as decorators: the plain class keeps its name, so replicas import it instead of unpickling it.
+Router: serve.Deployment = serve.deployment(serve.ingress()(RouterServer), name="Router")
 
 
 class refusals:

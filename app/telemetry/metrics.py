@@ -11,7 +11,7 @@ def requests_total() -> Counter:
     return Counter(
         "pd_requests_total",
         description="Prompts served, by the route they took, why, and how they ended.",
-        tag_keys=("route", "reason", "outcome"),
+        tag_keys=("route", "reason", "outcome"),  # type: ignore[arg-type]
     )
 
 
