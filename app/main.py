@@ -54,8 +54,7 @@ def build(args: BuildArgs) -> Application:
 
 def deployment(server: type[PrefillServer] | type[DecodeServer], role: Role, replicas: int) -> serve.Deployment:
     """One group of engine replicas on its nodes."""
-    return serve.deployment(server).options(
-        name=server.__name__,
+    return serve.deployment(name=server.__name__)(server).options(
         num_replicas=replicas,
         max_ongoing_requests=role.max_ongoing_requests,
         graceful_shutdown_timeout_s=role.shutdown_timeout_s,

@@ -54,9 +54,9 @@ class Generated(TypedDict):
 class RouterServer:
     """One endpoint before the two groups. Stateless: any number of replicas may run side by side."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]
         self, config: AppConfig, decode: DeploymentHandle[Any], prefill: DeploymentHandle[Any] | None
-    ) -> None:  # type: ignore[misc]
+    ) -> None:
         disaggregated = config.mode == "disaggregated"
         budget = FallbackBudget(config.routing.fallback.max_concurrent)
         decode_group = ServeGroup(decode)
@@ -171,7 +171,7 @@ class RouterServer:
 
 
 # Applied here and not as decorators: the plain class keeps its name, so replicas import it instead of unpickling it.
-Router: serve.Deployment = serve.deployment(serve.ingress()(RouterServer), name="Router")
+Router: serve.Deployment = serve.deployment(name="Router")(serve.ingress()(RouterServer))
 
 
 class refusals:
