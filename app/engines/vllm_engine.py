@@ -27,6 +27,8 @@ from app.engines.engine import EngineReport, Stream
 from app.engines.wire import EngineCall
 from app.errors import EngineStartError
 
+SHUTDOWN_S = 20.0
+
 
 class VllmEngine:
     """A started `AsyncLLM`; make one with `start`."""
@@ -78,7 +80,8 @@ class VllmEngine:
             raise self.llm.dead_error
 
     def shutdown(self) -> None:
-        self.llm.shutdown()
+        # vLLM kills its processes after 5 s by default, which leaves their shared memory behind.
+        self.llm.shutdown(timeout=SHUTDOWN_S)
 
 
 class VllmStream:

@@ -14,11 +14,20 @@ logger = logging.getLogger("ray.serve")
 class Pool:
     """Looks at every replica of a group each `interval_s`; a replica that does not answer is not alive."""
 
-    def __init__(self, name: str, group: Group, interval_s: float, on_orphan: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        group: Group,
+        interval_s: float,
+        on_orphan: Callable[[dict[str, Any]], None],
+        empty: asyncio.Event,
+    ) -> None:
         self.name = name
         self.group = group
         self.reports: list[EngineReport] = []
         self.trouble = "no replica has reported yet"
+        self.empty = empty
+        """Set while nobody is known to be alive."""
         self._interval_s = interval_s
         self._on_orphan = on_orphan
 
@@ -40,6 +49,10 @@ class Pool:
         except Exception as error:  # No replica to ask, or the controller is away: either way nobody is known alive.
             answers = [error]
         self.reports = [answer for answer in answers if isinstance(answer, EngineReport)]
+        if self.reports:
+            self.empty.clear()
+        else:
+            self.empty.set()
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         self.trouble = f"{type(failures[0]).__name__}: {failures[0]}" if failures else "no replica is running"
         for report in self.reports:

@@ -49,12 +49,14 @@ class RequestFlow:
         connector: Connector | None,
         prefill_timeout_s: float,
         budget: FallbackBudget,
+        prefill_gone: asyncio.Event,
     ) -> None:
         self._prefill_group = prefill
         self._decode_group = decode
         self._connector = connector
         self._prefill_timeout_s = prefill_timeout_s
         self._budget = budget
+        self._prefill_gone = prefill_gone
         self._background: set[asyncio.Task[None]] = set()
 
     async def run(self, call: EngineCall, record: Record) -> AsyncGenerator[RequestOutput, None]:
@@ -121,13 +123,19 @@ class RequestFlow:
             )
         )
         answering = asyncio.ensure_future(leg.answer())
+        # Serve lets a call wait for a new replica when the last one died: somebody's prompt should not.
+        gone = asyncio.ensure_future(self._prefill_gone.wait())
         try:
-            answer = await asyncio.wait_for(asyncio.shield(answering), self._prefill_timeout_s)
-        except (asyncio.CancelledError, TimeoutError) as error:
-            self._in_background(self._stop_prefill(call, leg, answering))
-            if isinstance(error, TimeoutError):
-                raise PrefillError(f"no answer within prefill_timeout_s={self._prefill_timeout_s:g}") from error
-            raise
+            await asyncio.wait({answering, gone}, timeout=self._prefill_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not answering.done():
+                self._in_background(self._stop_prefill(call, leg, answering))
+        if not answering.done():
+            why = "no prefill replica is alive" if self._prefill_gone.is_set() else "deadline"
+            raise PrefillError(f"no answer within prefill_timeout_s={self._prefill_timeout_s:g}: {why}")
+        try:
+            answer = answering.result()
         except Exception as error:
             raise PrefillError(f"{type(error).__name__}: {error}") from error
         record.prefill_s = time.perf_counter() - started

@@ -61,16 +61,18 @@ class RouterServer:
         budget = FallbackBudget(config.routing.fallback.max_concurrent)
         decode_group = ServeGroup(decode)
         prefill_group = ServeGroup(prefill) if prefill else None
+        gone = {"prefill": asyncio.Event(), "decode": asyncio.Event()}
         flow = RequestFlow(
             prefill_group,
             decode_group,
             connector_of(config.kv) if disaggregated else None,
             config.routing.prefill_timeout_s,
             budget,
+            gone["prefill"],
         )
         interval = config.router.health_interval_s
         pools = {
-            name: Pool(name, group, interval, flow.give_back)
+            name: Pool(name, group, interval, flow.give_back, gone[name])
             for name, group in (("prefill", prefill_group), ("decode", decode_group))
             if group
         }

@@ -10,7 +10,11 @@ from ray import serve
 from app import serving
 from app.serving import MODEL
 
-SIMULATED = {"engine": "simulated", "simulated": {"prefill_tokens_per_s": 20000, "itl_ms": 5}}
+SIMULATED = {
+    "engine": "simulated",
+    "simulated": {"prefill_tokens_per_s": 20000, "itl_ms": 5},
+    "decode": {"cpu_binding": []},
+}
 LONG = list(range(1000, 1400))
 
 
@@ -116,6 +120,7 @@ def test_a_client_that_leaves_stops_the_simulated_engine(pd):
     body = {"model": MODEL, "prompt": [7], "max_tokens": 5000, "stream": True}
     headers = {"authorization": "Bearer secret"}
     with httpx.stream("POST", pd.url + "/v1/completions", json=body, headers=headers) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         assert pd.reports("DecodeServer")[0].running == 1
     until(lambda: pd.reports("DecodeServer")[0].running == 0, 3)

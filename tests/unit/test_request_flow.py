@@ -29,7 +29,8 @@ class Story:
     def __init__(self, prefill=None, decode=None, route=Route.REMOTE, timeout_s=5.0, fallbacks=1, **params):
         self.prefill, self.decode = prefill or FakeGroup(), decode or FakeGroup()
         self.budget = FallbackBudget(fallbacks)
-        self.flow = RequestFlow(self.prefill, self.decode, connector_of(Kv()), timeout_s, self.budget)
+        self.gone = asyncio.Event()
+        self.flow = RequestFlow(self.prefill, self.decode, connector_of(Kv()), timeout_s, self.budget, self.gone)
         reason = Reason.THRESHOLD if route is Route.REMOTE else Reason.BELOW_THRESHOLD
         self.call = call(**params)
         self.record = Record("req-1", 300, Decision(route, reason))
@@ -127,6 +128,13 @@ async def test_a_slow_prefill_is_cancelled_at_its_deadline_and_the_request_serve
     assert await story.text() == "abc"
     await asyncio.gather(*story.flow._background)
     assert story.prefill.legs[0].cancelled and story.record.decision.reason is Reason.PREFILL_FAILED
+
+
+async def test_a_request_that_waits_while_the_last_prefill_replica_dies_is_served_locally():
+    story = Story(prefill=FakeGroup(gates={"prefill": asyncio.Event()}, stops=True))
+    asyncio.get_running_loop().call_later(0.01, story.gone.set)
+    assert await story.text() == "abc"
+    assert story.record.decision.reason is Reason.PREFILL_FAILED
 
 
 async def test_kv_that_cannot_be_loaded_is_computed_by_the_decode_replica_once():
