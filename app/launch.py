@@ -58,8 +58,9 @@ def main(
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if ray.is_initialized():
-            serve.shutdown()
-            ray.shutdown()
+            from app.serving import stop
+
+            stop()
 
 
 def interrupt(*_: Any) -> None:

@@ -62,8 +62,7 @@ def cluster() -> Iterator[str]:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         yield f"http://127.0.0.1:{port}"
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        stop()
 
 
 def deploy(url: str, change: dict[str, Any], name: str = "pd", prefix: str = "/") -> Serving:
@@ -72,6 +71,9 @@ def deploy(url: str, change: dict[str, Any], name: str = "pd", prefix: str = "/"
     return Serving(name, url + prefix.rstrip("/"))
 
 
-def remove(name: str = "pd") -> None:
-    """Take an application down again; its engines are gone when this returns."""
-    serve.delete(name)
+def stop() -> None:
+    """Take everything down: applications first, which lets engines give their memory back, then Serve, then Ray."""
+    for name in serve.status().applications:
+        serve.delete(name)
+    serve.shutdown()
+    ray.shutdown()

@@ -9,11 +9,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import matplotlib
+from ray import serve
 from rich.console import Console
 from rich.table import Table
 
 from app.bench.streams import Load, Timeline, run, summary
-from app.serving import EMBEDDED, MODEL, cluster, deploy, merged, remove
+from app.serving import EMBEDDED, MODEL, cluster, deploy, merged
 
 matplotlib.use("Agg")
 console = Console()
@@ -37,7 +38,7 @@ def interference(seconds: float, out: Path) -> float:
                 asyncio.run(run(url, MODEL, replace(chosen, seconds=6), seed=1))
                 console.print(f"==> measuring: {name}, {seconds:.0f} s")
                 runs[name] = asyncio.run(run(url, MODEL, chosen, seed=2))
-            remove()
+            serve.delete("pd")
     results = {name: summary(lines, seconds) for name, lines in runs.items()}
     ratio = results["colocated"]["itl_max"] / results["disaggregated"]["itl_max"]
     out.mkdir(parents=True, exist_ok=True)
