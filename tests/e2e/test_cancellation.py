@@ -15,8 +15,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from app.engines.wire import ADMITTED, EngineCall
 from app.serving import MODEL
 
-SLACK_S = 5.0
-"""1 s plus one engine step, which on these cores is up to 3.5 s for a chunk of 512 prompt tokens."""
+SLACK_S = 6.0
+"""1 s plus one engine step: a chunk of 512 prompt tokens takes 3 s on an idle core and up to 5 s on a shared one."""
 
 
 def prompt(words):
