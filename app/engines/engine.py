@@ -21,6 +21,8 @@ class EngineReport:
     """Prompt tokens found in the engine's own prefix cache since it started."""
     prefix_queries: int = 0
     generated_tokens: int = 0
+    transferred_tokens: int = 0
+    """Prompt tokens whose KV came by transfer from another engine."""
     released: int = 0
     """Hand-offs given back through this engine since it started."""
     orphans: tuple[dict[str, Any], ...] = ()

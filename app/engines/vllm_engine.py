@@ -118,7 +118,7 @@ class Counters(StatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig | None = None, engine_index: int = 0) -> None:
         self._last = SchedulerStats()
-        self._hits = self._queries = self._generated = 0
+        self._hits = self._queries = self._generated = self._transferred = 0
 
     def record(
         self,
@@ -133,6 +133,7 @@ class Counters(StatLoggerBase):
             self._queries += scheduler_stats.prefix_cache_stats.queries
         if iteration_stats is not None:
             self._generated += iteration_stats.num_generation_tokens
+            self._transferred += iteration_stats.prompt_token_stats.external_kv_transfer
 
     def log_engine_initialized(self) -> None:
         """Nothing to say: the deployment logs its own start."""
@@ -147,6 +148,7 @@ class Counters(StatLoggerBase):
             self._hits,
             self._queries,
             self._generated,
+            self._transferred,
         )
 
 
