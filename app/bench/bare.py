@@ -26,7 +26,7 @@ class BareEngine(DisaggregatedEngine):
 
     def __init__(self, config: AppConfig) -> None:
         super().__init__(vllm_args.router_config(config), None, None, None, None, None)  # type: ignore[arg-type]
-        self.simulated = SimulatedEngine(config, "decode", "bare")
+        self.simulated = SimulatedEngine(config, "bare")
 
     async def generate(  # type: ignore[override]
         self, prompt: EngineInput, sampling_params: SamplingParams, request_id: str, **_: Any

@@ -137,7 +137,7 @@ async def start_engine(config: AppConfig, role_name: RoleName) -> Engine:
     if config.engine == "simulated":
         from app.engines.simulated import SimulatedEngine
 
-        return SimulatedEngine(config, role_name, engine_id)
+        return SimulatedEngine(config, engine_id)
 
     from app.engines.vllm_engine import VllmEngine
     from app.vllm_args import engine_args

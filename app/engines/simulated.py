@@ -1,7 +1,7 @@
 """A simulated engine for scale, fault and overhead tests. It runs no model.
 
 It keeps to the same protocol as the real one: outputs are vLLM's `RequestOutput`, a prefill request ends in
-`kv_transfer_params`, a decode request must bring them back, unread hand-offs stay leased and are counted.
+`kv_transfer_params`, a decode request that brings them back skips its prefill. It holds no KV, so it has no leases.
 Its answer to a prompt is a function of the prompt alone, so routes can be compared.
 """
 
@@ -14,16 +14,14 @@ from vllm.sampling_params import RequestOutputKind
 from app.config import AppConfig
 from app.engines.engine import EngineReport, Stream
 from app.engines.wire import EngineCall
-from app.kv.connector import RoleName
 
 
 class SimulatedEngine:
     """Answers prompts with numbered words at the configured speed."""
 
-    def __init__(self, config: AppConfig, role: RoleName, engine_id: str) -> None:
+    def __init__(self, config: AppConfig, engine_id: str) -> None:
         self.engine_id = engine_id
         self.speed = config.simulated
-        self.role = role
         self.running: set[str] = set()
         self.released = 0
         self.generated = 0
@@ -53,6 +51,7 @@ class SimulatedStream:
         self._engine = engine
         self._call = call
         self._prompt: list[int] = call.prompt["prompt_token_ids"]  # type: ignore[typeddict-item]
+        self._first_id = sum(self._prompt)
         self._total = call.params.max_tokens or 16
         self._sent = 0
         self._due: float | None = None
@@ -90,7 +89,7 @@ class SimulatedStream:
         return count
 
     def _output(self, count: int) -> RequestOutput:
-        ids = [(sum(self._prompt) + number) % 1000 + 1000 for number in range(self._sent, self._sent + count)]
+        ids = [(self._first_id + number) % 1000 + 1000 for number in range(self._sent, self._sent + count)]
         self._sent += count
         self._engine.generated += count
         finished = self._sent >= self._total

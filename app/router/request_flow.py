@@ -30,7 +30,7 @@ SETTLE_S = 10.0
 """Seconds that a cancelled leg may take to say where its KV is before the prefill engine's lease is left to end."""
 
 
-def prefill_params(params: SamplingParams) -> SamplingParams:
+def prefill_params() -> SamplingParams:
     """What the prefill leg samples with: one token that nobody reads.
 
     Everything that shapes the answer (`n`, `min_tokens`, stop strings, logprobs, penalties, structured output, seed)
@@ -117,7 +117,7 @@ class RequestFlow:
         leg = self._prefill_group.prefill(
             replace(
                 call,
-                params=prefill_params(call.params),
+                params=prefill_params(),
                 kv_transfer_params=self._connector.prefill_params(),
                 options={name: call.options[name] for name in ("lora_request",) if name in call.options},
             )

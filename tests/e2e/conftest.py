@@ -1,3 +1,5 @@
+"""Fixtures end with this package: a process can hold one Ray session, and other packages start their own."""
+
 import pytest
 
 from app import serving
@@ -10,19 +12,19 @@ CHANGES = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster():
     with serving.cluster() as url:
         yield url
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pd(cluster):
     """The application with one prefill and one decode engine: real vLLM, real NIXL."""
     return serving.deploy(cluster, CHANGES)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def colocated(cluster, pd):
     """The same model in one full engine: what every answer is compared with."""
     change = {"mode": "colocated", "colocated_replicas": 1}
